@@ -55,6 +55,12 @@ class ConfigError(PipelineError):
         return (ConfigError, (self.path, self.problem))
 
 
+def refuse(is_refused: object, path: str, problem: str) -> None:
+    """Raise `ConfigError` if the condition is true. `problem` has to be valid text in any case."""
+    if is_refused:
+        raise ConfigError(path, problem)
+
+
 class UnknownPluginError(ConfigError):
     """No plugin of that name exists; the text lists the known names."""
 

@@ -12,7 +12,7 @@ from engines.config.base import Execution, PathConfig, Refusals, StrictModel
 from engines.config.plugins import ROLLOUT_ENGINES, engines_with
 from engines.config.rollout import RolloutConfig, SamplingConfig
 from engines.config.training import TrainingConfig
-from infra.errors import ConfigError
+from infra.errors import refuse
 
 
 class ArchitectureConfig(StrictModel):
@@ -143,10 +143,11 @@ def adapter_travels(training: TrainingConfig, rollout: RolloutConfig) -> bool:
     if rollout.lora_sync == "merged":
         return False
     hindrance = _hindrance(training, rollout)
-    if hindrance is not None and rollout.lora_sync == "adapter":
-        raise ConfigError(
-            "rollout.lora_sync", f"got adapter, and {hindrance}; choose auto or merged"
-        )
+    refuse(
+        hindrance is not None and rollout.lora_sync == "adapter",
+        "rollout.lora_sync",
+        f"got adapter, and {hindrance}; choose auto or merged",
+    )
     return hindrance is None
 
 

@@ -15,7 +15,7 @@ from engines.config.plugins import PREPROCESSORS, REWARDS, ROLLOUT_ENGINES, Rewa
 from engines.config.rollout import RolloutConfig
 from engines.config.rows import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, AlgorithmRow
 from engines.config.training import TrainingConfig
-from infra.errors import ConfigError
+from infra.errors import ConfigError, refuse
 from infra.names import unknown_name
 from infra.plugins import Row, load_row
 
@@ -79,19 +79,19 @@ def check_backend(training: TrainingConfig) -> None:
 
 def check_rollout(rollout: RolloutConfig) -> None:
     """Refuse an unusable rollout engine, or options that it does not accept."""
-    if rollout.openai_endpoint and rollout.placement == "colocated":
-        raise ConfigError(
-            "rollout.openai_endpoint",
-            "got true with rollout.placement colocated; need disaggregated: an engine on the "
-            "devices of the ranks answers the ranks alone",
-        )
+    refuse(
+        rollout.openai_endpoint and rollout.placement == "colocated",
+        "rollout.openai_endpoint",
+        "got true with rollout.placement colocated; need disaggregated: an engine on the "
+        "devices of the ranks answers the ranks alone",
+    )
     size = rollout.options.get("tensor_parallel_size", 1)
-    if size != 1 and rollout.placement == "colocated":
-        raise ConfigError(
-            "rollout.options.tensor_parallel_size",
-            f"got {size} with rollout.placement colocated, where each "
-            "rank's device has an engine of its own; need 1; set it, or choose disaggregated",
-        )
+    refuse(
+        size != 1 and rollout.placement == "colocated",
+        "rollout.options.tensor_parallel_size",
+        f"got {size} with rollout.placement colocated, where each "
+        "rank's device has an engine of its own; need 1; set it, or choose disaggregated",
+    )
     check_options(rollout.options, [ROLLOUT_ENGINES.find(rollout.engine)], "rollout.options")
 
 
@@ -113,12 +113,12 @@ def check_reward(reward: RewardConfig) -> RewardRow | None:
 
 def check_reward_function(part: RewardFunction, path: str) -> RewardRow | None:
     """Check a function and its arguments (`ConfigError`); return its row, or None for a file."""
-    if part.function == CODE and CODE not in REWARDS.names():
-        raise ConfigError(
-            f"{path}.function",
-            f"got {CODE}, which runs programs that a model wrote; need a sandbox, which this "
-            "project lacks; set it to http, and kwargs.url to your own sandbox",
-        )
+    refuse(
+        part.function == CODE and CODE not in REWARDS.names(),
+        f"{path}.function",
+        f"got {CODE}, which runs programs that a model wrote; need a sandbox, which this "
+        "project lacks; set it to http, and kwargs.url to your own sandbox",
+    )
     if part.file is None:
         row = REWARDS.find(part.function, f"{path}.function")
         check_options(part.kwargs, [row], f"{path}.kwargs")

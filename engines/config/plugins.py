@@ -15,7 +15,7 @@ from engines.config.data import AUTO
 from engines.config.rollout import RolloutConfig, RoutingName
 from engines.config.rows import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
 from hardware.platforms import PLATFORMS
-from infra.errors import ConfigError
+from infra.errors import refuse
 from infra.names import unknown_name
 from infra.plugins import PluginTable, Row, register_row
 
@@ -374,13 +374,13 @@ def register_plugin(kind: PluginKind, name: str, target: str, **facts: Any) -> N
             training engine, or `vendor` without `devices`. First use refuses a duplicate name.
     """
     path = f"plugin {kind}.{name}"
-    if kind not in TABLES:
-        raise ConfigError(path, unknown_name(kind, get_args(PluginKind)))
+    refuse(kind not in TABLES, path, unknown_name(kind, get_args(PluginKind)))
     row_type = TABLES[kind].row_type
     known = {each.name for each in fields(row_type)} - {"owner", "registrar"}
     for fact in facts:
-        if fact not in known:
-            raise ConfigError(path, f"{kind} has no such fact: {unknown_name(fact, sorted(known))}")
+        refuse(
+            fact not in known, path, f"{kind} has no such fact: {unknown_name(fact, sorted(known))}"
+        )
     register_row(kind, row_type(name=name, target=target, **facts))
 
 

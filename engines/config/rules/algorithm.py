@@ -12,21 +12,22 @@ from engines.config.rollout import RolloutConfig
 from engines.config.rows import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from engines.config.rules.models import GDPO, resolved_algorithm
 from engines.config.sections import RLConfig
-from infra.errors import ConfigError
+from infra.errors import ConfigError, refuse
 
 
 def check_sampling(rl: RLConfig) -> None:
     """Refuse sampling and schedules that would fail or mislead; raises `ConfigError`."""
-    if rl.sampling.temperature == 0:
-        raise ConfigError(
-            "rl.sampling.temperature", "got 0; need > 0: greedy samples of a prompt are all equal"
-        )
+    refuse(
+        rl.sampling.temperature == 0,
+        "rl.sampling.temperature",
+        "got 0; need > 0: greedy samples of a prompt are all equal",
+    )
     for path, optimizer in rl.optimizers.items():
-        if optimizer.schedule != "constant":
-            raise ConfigError(
-                f"{path}.schedule",
-                f"got {optimizer.schedule!r}; need 'constant', because rounds may be added later",
-            )
+        refuse(
+            optimizer.schedule != "constant",
+            f"{path}.schedule",
+            f"got {optimizer.schedule!r}; need 'constant', because rounds may be added later",
+        )
     # The sampler renormalises over the kept tokens, the trainer over the whole vocabulary: equal
     # distributions differ by the logarithm of the kept mass.
     for name, got, need, cut in (
@@ -34,32 +35,31 @@ def check_sampling(rl: RLConfig) -> None:
         ("top_k", rl.sampling.top_k, 0, rl.sampling.top_k > 0),
         ("structured_output", "a form", "null", rl.sampling.structured_output is not None),
     ):
-        if cut and rl.mismatch.enable:
-            raise ConfigError(
-                f"rl.sampling.{name}",
-                f"got {got}; need {need}: rl.mismatch compares logprobs over the whole vocabulary, "
-                f"but the sampler normalizes over the tokens that {name} keeps; set it to {need}, "
-                "or rl.mismatch.enable to false",
-            )
+        refuse(
+            cut and rl.mismatch.enable,
+            f"rl.sampling.{name}",
+            f"got {got}; need {need}: rl.mismatch compares logprobs over the whole vocabulary, "
+            f"but the sampler normalizes over the tokens that {name} keeps; set it to {need}, "
+            "or rl.mismatch.enable to false",
+        )
 
 
 def check_algorithm(rl: RLConfig) -> None:
     """Refuse missing parts, and options and sizes they cannot use; raises `ConfigError`."""
     estimator = check_parts(rl.algorithm)
     _check_needs(rl)
-    if estimator.group_relative and rl.group_size < 2 and rl.learns_from_rewards:
-        raise ConfigError(
-            "rl.group_size",
-            f"got {rl.group_size}; {estimator.name} needs >= 2 (the advantage would be 0 for every "
-            "sample)",
-        )
+    refuse(
+        estimator.group_relative and rl.group_size < 2 and rl.learns_from_rewards,
+        "rl.group_size",
+        f"got {rl.group_size}; {estimator.name} needs >= 2 (the advantage would be 0 for every "
+        "sample)",
+    )
     overlong, limit = rl.algorithm.overlong, rl.sampling.max_new_tokens
-    if overlong.enable and overlong.buffer_length > limit:
-        raise ConfigError(
-            "rl.algorithm.overlong.buffer_length",
-            f"got {overlong.buffer_length}; need at most rl.sampling.max_new_tokens {limit}; "
-            "lower it",
-        )
+    refuse(
+        overlong.enable and overlong.buffer_length > limit,
+        "rl.algorithm.overlong.buffer_length",
+        f"got {overlong.buffer_length}; need at most rl.sampling.max_new_tokens {limit}; lower it",
+    )
 
 
 _NEED_NO_ROLE = frozenset(
@@ -96,49 +96,49 @@ def check_critic(rl: RLConfig) -> None:
             f"got a critic with adv_estimator {estimator.name}, which reads no values; need null; "
             f"remove it, or set rl.algorithm.adv_estimator to {' or '.join(readers)}",
         )
-    if rl.critic.start == "reward_model" and rl.reward.model is None:
-        raise ConfigError(
-            "rl.critic.start",
-            "got reward_model, and this recipe lacks the role reward (rl.reward.model); need that "
-            "model; set rl.reward.model.path, or start from policy",
-        )
+    refuse(
+        rl.critic.start == "reward_model" and rl.reward.model is None,
+        "rl.critic.start",
+        "got reward_model, and this recipe lacks the role reward (rl.reward.model); need that "
+        "model; set rl.reward.model.path, or start from policy",
+    )
 
 
 def _check_needs(rl: RLConfig) -> None:
     algorithm = rl.algorithm
     _check_columns(rl)
     loss = POLICY_LOSSES.find(algorithm.loss_mode)
-    if loss.loss_agg_mode not in (None, algorithm.loss_agg_mode):
-        raise ConfigError(
-            "rl.algorithm.loss_agg_mode",
-            f"got {algorithm.loss_agg_mode} with loss_mode {loss.name}; need "
-            f"{loss.loss_agg_mode}, which is part of that loss; set it",
-        )
-    if rl.refresh_reference and not algorithm.needs_reference:
-        raise ConfigError(
-            "rl.refresh_reference",
-            "got true, and nothing reads a reference; need false; or set "
-            "rl.algorithm.use_kl_loss or use_kl_in_reward",
-        )
+    refuse(
+        loss.loss_agg_mode not in (None, algorithm.loss_agg_mode),
+        "rl.algorithm.loss_agg_mode",
+        f"got {algorithm.loss_agg_mode} with loss_mode {loss.name}; need "
+        f"{loss.loss_agg_mode}, which is part of that loss; set it",
+    )
+    refuse(
+        rl.refresh_reference and not algorithm.needs_reference,
+        "rl.refresh_reference",
+        "got true, and nothing reads a reference; need false; or set "
+        "rl.algorithm.use_kl_loss or use_kl_in_reward",
+    )
     if algorithm.adv_estimator == GDPO:
         _check_components(algorithm)
         resolved_algorithm(rl)
     if algorithm.positive_nll_coef > 0 and rl.reward.file is None:
         judged_by = REWARDS.find(rl.reward.function)
-        if not judged_by.is_verdict:
-            raise ConfigError(
-                "rl.algorithm.positive_nll_coef",
-                f"got {algorithm.positive_nll_coef} with rl.reward.function {judged_by.name}, "
-                "which does not say whether an answer is right; need 0; or a reward that does",
-            )
+        refuse(
+            not judged_by.is_verdict,
+            "rl.algorithm.positive_nll_coef",
+            f"got {algorithm.positive_nll_coef} with rl.reward.function {judged_by.name}, "
+            "which does not say whether an answer is right; need 0; or a reward that does",
+        )
     single = {"pf_ppo": "has no answers to choose among", "filter_groups": "is always uniform"}
     for name, problem in single.items() if rl.group_size == 1 else ():
-        if getattr(algorithm, name).enable:
-            raise ConfigError(
-                f"rl.algorithm.{name}.enable",
-                f"got true with rl.group_size 1, where a group {problem}; need groups of 2 or "
-                "more; raise rl.group_size, or set this to false",
-            )
+        refuse(
+            getattr(algorithm, name).enable,
+            f"rl.algorithm.{name}.enable",
+            f"got true with rl.group_size 1, where a group {problem}; need groups of 2 or "
+            "more; raise rl.group_size, or set this to false",
+        )
 
 
 def _check_columns(rl: RLConfig) -> None:
@@ -171,12 +171,12 @@ def _check_components(algorithm: AlgorithmConfig) -> None:
         ("use_kl_in_reward", algorithm.use_kl_in_reward, "use rl.algorithm.use_kl_loss"),
         ("overlong.enable", algorithm.overlong.enable, "add a component length to rl.reward"),
     ):
-        if is_set:
-            raise ConfigError(
-                f"rl.algorithm.{setting}",
-                "got true with adv_estimator gdpo, which compares components of the score and "
-                f"would not see it; need false; {instead}",
-            )
+        refuse(
+            is_set,
+            f"rl.algorithm.{setting}",
+            "got true with adv_estimator gdpo, which compares components of the score and "
+            f"would not see it; need false; {instead}",
+        )
 
 
 _SECTION = "rl.distillation"
@@ -195,12 +195,12 @@ def check_distillation(rl: RLConfig) -> None:
         return
     algorithm = rl.algorithm
     estimator = ADVANTAGES.find(algorithm.adv_estimator)
-    if estimator.selects:
-        raise ConfigError(
-            ADVANTAGES.setting,
-            f"got {estimator.name}, which selects samples by reward, with {_SECTION}.policy_weight "
-            f"0, where nothing learns from rewards; set another, or raise {_SECTION}.policy_weight",
-        )
+    refuse(
+        estimator.selects,
+        ADVANTAGES.setting,
+        f"got {estimator.name}, which selects samples by reward, with {_SECTION}.policy_weight "
+        f"0, where nothing learns from rewards; set another, or raise {_SECTION}.policy_weight",
+    )
     for setting, is_set in {
         "rl.algorithm.use_kl_loss": algorithm.use_kl_loss,
         "rl.algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
@@ -210,43 +210,43 @@ def check_distillation(rl: RLConfig) -> None:
         "rl.algorithm.filter_groups.enable": algorithm.filter_groups.enable,
         "rl.critic": rl.critic is not None,
     }.items():
-        if is_set:
-            raise ConfigError(
-                setting,
-                f"is set with {_SECTION}.policy_weight 0, where nothing learns from rewards; "
-                f"remove it, or raise {_SECTION}.policy_weight",
-            )
+        refuse(
+            is_set,
+            setting,
+            f"is set with {_SECTION}.policy_weight 0, where nothing learns from rewards; "
+            f"remove it, or raise {_SECTION}.policy_weight",
+        )
 
 
 def _check_estimator(rl: RLConfig, section: DistillationConfig) -> None:
     setting, loss, plain = f"{_SECTION}.loss", section.loss, section.loss.removesuffix("+")
     # The error for an unknown name lists `topk` and the estimators.
-    if plain not in KL_ESTIMATORS.names():
-        raise ConfigError(
-            setting,
-            f"got {loss}; need {TOPK} or one of {', '.join(KL_ESTIMATORS.names())}; set one",
-        )
-    if loss == plain and KL_ESTIMATORS.find(plain).target == KL_ESTIMATORS.find("k1").target:
-        raise ConfigError(
-            setting,
-            f"got {loss}, whose gradient is 0 on average; need one with a gradient; set {loss}+, "
-            f"which has that of k2, or {TOPK}",
-        )
-    if rl.batch_size_prompts > rl.prompts_per_update or rl.num_epochs > 1:
-        raise ConfigError(
-            setting,
-            f"got {loss} with several updates per batch; after the first one the samples come from "
-            f"an older policy, where it is no estimate of the KL; use {TOPK}, or rl.num_epochs 1 "
-            "and rl.mini_batch_size_prompts null",
-        )
+    refuse(
+        plain not in KL_ESTIMATORS.names(),
+        setting,
+        f"got {loss}; need {TOPK} or one of {', '.join(KL_ESTIMATORS.names())}; set one",
+    )
+    refuse(
+        loss == plain and KL_ESTIMATORS.find(plain).target == KL_ESTIMATORS.find("k1").target,
+        setting,
+        f"got {loss}, whose gradient is 0 on average; need one with a gradient; set {loss}+, "
+        f"which has that of k2, or {TOPK}",
+    )
+    refuse(
+        rl.batch_size_prompts > rl.prompts_per_update or rl.num_epochs > 1,
+        setting,
+        f"got {loss} with several updates per batch; after the first one the samples come from "
+        f"an older policy, where it is no estimate of the KL; use {TOPK}, or rl.num_epochs 1 "
+        "and rl.mini_batch_size_prompts null",
+    )
     for name in ("num_top", "tail"):
         given, default = getattr(section, name), type(section).model_fields[name].default
-        if given != default:
-            raise ConfigError(
-                f"{_SECTION}.{name}",
-                f"got {given} with {_SECTION}.loss {section.loss}, which uses only the sampled "
-                f"token and ignores {name}; remove it, or set the loss to {TOPK}",
-            )
+        refuse(
+            given != default,
+            f"{_SECTION}.{name}",
+            f"got {given} with {_SECTION}.loss {section.loss}, which uses only the sampled "
+            f"token and ignores {name}; remove it, or set the loss to {TOPK}",
+        )
 
 
 def check_served_teacher(rl: RLConfig, rollout: RolloutConfig, max_length: int) -> None:
@@ -255,29 +255,29 @@ def check_served_teacher(rl: RLConfig, rollout: RolloutConfig, max_length: int) 
         return
     setting, options = f"{_SECTION}.served", rl.distillation.served.options
     row, temperature = ROLLOUT_ENGINES.place(rollout.engine), rl.sampling.temperature
-    if PROMPT_LOGPROBS not in row.capabilities:
-        raise ConfigError(
-            setting,
-            f"got rollout.engine {row.name}, which cannot return logprobs of given tokens; need "
-            f"{' or '.join(engines_with(PROMPT_LOGPROBS))}; set rollout.engine to one, or this to "
-            "null",
-        )
-    if temperature != 1 and ANY_TEMPERATURE not in row.capabilities:
-        raise ConfigError(
-            setting,
-            f"got rollout.engine {row.name}, which returns logprobs of given tokens only at "
-            f"temperature 1, with rl.sampling.temperature {temperature}; need "
-            f"{' or '.join(engines_with(ANY_TEMPERATURE))}; set rollout.engine to it, "
-            "rl.sampling.temperature to 1, or this to null",
-        )
+    refuse(
+        PROMPT_LOGPROBS not in row.capabilities,
+        setting,
+        f"got rollout.engine {row.name}, which cannot return logprobs of given tokens; need "
+        f"{' or '.join(engines_with(PROMPT_LOGPROBS))}; set rollout.engine to one, or this to "
+        "null",
+    )
+    refuse(
+        temperature != 1 and ANY_TEMPERATURE not in row.capabilities,
+        setting,
+        f"got rollout.engine {row.name}, which returns logprobs of given tokens only at "
+        f"temperature 1, with rl.sampling.temperature {temperature}; need "
+        f"{' or '.join(engines_with(ANY_TEMPERATURE))}; set rollout.engine to it, "
+        "rl.sampling.temperature to 1, or this to null",
+    )
     check_options(options, [row], f"{setting}.options")
     needed, given = max_length + row.num_spare_tokens, options.get("max_model_len")
-    if given is not None and given < needed:
-        raise ConfigError(
-            f"{setting}.options.max_model_len",
-            f"got {given}; need {needed}, for answers that fill model.max_length {max_length}; "
-            "raise it",
-        )
+    refuse(
+        given is not None and given < needed,
+        f"{setting}.options.max_model_len",
+        f"got {given}; need {needed}, for answers that fill model.max_length {max_length}; "
+        "raise it",
+    )
 
 
 def num_spare_tokens(section: DistillationConfig, rollout_engine: str | None) -> int:

@@ -7,7 +7,7 @@ from engines.config.backends import BACKENDS, backends_with
 from engines.config.data import OrderConfig
 from engines.config.sections import RLConfig, SupervisedConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
-from infra.errors import ConfigError
+from infra.errors import ConfigError, refuse
 
 
 def check_answer_length(
@@ -21,12 +21,12 @@ def check_answer_length(
     total, room = num_prompt + max_new_tokens, max_length - num_prompt
     if max_new_tokens <= room:
         return
-    if max_prompt_length is None:
-        raise ConfigError(
-            path,
-            f"got {max_new_tokens}; need less than model.max_length {max_length}, which an "
-            "answer shares with its prompt; lower it",
-        )
+    refuse(
+        max_prompt_length is None,
+        path,
+        f"got {max_new_tokens}; need less than model.max_length {max_length}, which an "
+        "answer shares with its prompt; lower it",
+    )
     remedy = f"lower it to {room}"
     if room <= 0:
         rest = max_length - max_new_tokens
@@ -52,12 +52,12 @@ def check_divides(path: str, size: int, training: TrainingConfig) -> None:
 def check_average(path: str, optimizer: OptimizerConfig, training: TrainingConfig) -> None:
     """Refuse an average that a built-in backend cannot keep; raises `ConfigError`."""
     able = backends_with("ema")
-    if optimizer.ema and training.backend in BACKENDS and training.backend not in able:
-        raise ConfigError(
-            f"{path}.ema",
-            f"got one; {training.backend} keeps no average of its weights; need null; remove it, "
-            f"or set training.backend to {' or '.join(able)}",
-        )
+    refuse(
+        optimizer.ema and training.backend in BACKENDS and training.backend not in able,
+        f"{path}.ema",
+        f"got one; {training.backend} keeps no average of its weights; need null; remove it, "
+        f"or set training.backend to {' or '.join(able)}",
+    )
 
 
 def check_order(path: str, order: OrderConfig) -> None:
@@ -93,32 +93,31 @@ def check_order(path: str, order: OrderConfig) -> None:
             "from 0, and null in the last band alone; put them in order",
         ),
     ):
-        if is_refused:
-            raise ConfigError(f"{path}.{setting}", problem)
+        refuse(is_refused, f"{path}.{setting}", problem)
 
 
 def check_rl_order(rl: RLConfig) -> None:
     """Refuse a prompt order that dynamic sampling would break; raises `ConfigError`."""
     check_order("rl.order", rl.order)
     groups = rl.algorithm.filter_groups
-    if rl.order.kind == "ascending" and groups.enable and groups.max_num_gen_batches > 1:
-        raise ConfigError(
-            "rl.order.kind",
-            "got ascending with rl.algorithm.filter_groups.enable, whose further batches would be "
-            "of other difficulty than the step's; need shuffled or banded; set it, or "
-            "max_num_gen_batches to 1",
-        )
+    refuse(
+        rl.order.kind == "ascending" and groups.enable and groups.max_num_gen_batches > 1,
+        "rl.order.kind",
+        "got ascending with rl.algorithm.filter_groups.enable, whose further batches would be "
+        "of other difficulty than the step's; need shuffled or banded; set it, or "
+        "max_num_gen_batches to 1",
+    )
 
 
 def check_supervised_order(path: str, order: OrderConfig) -> None:
     """Refuse an order by a column that supervised rows lack; raises `ConfigError`."""
     check_order(path, order)
-    if order.difficulty is not None:
-        raise ConfigError(
-            f"{path}.difficulty",
-            f"got {order.difficulty}; need null: rows with answers have no extra_info, so their "
-            "difficulty is their number of tokens; remove it",
-        )
+    refuse(
+        order.difficulty is not None,
+        f"{path}.difficulty",
+        f"got {order.difficulty}; need null: rows with answers have no extra_info, so their "
+        "difficulty is their number of tokens; remove it",
+    )
 
 
 def check_supervised(

@@ -19,7 +19,7 @@ from engines.config.rollout import RolloutConfig, StructuredOutputConfig
 from engines.config.rows import ADVANTAGES
 from engines.config.sections import RLConfig
 from engines.config.training import TrainingConfig
-from infra.errors import ConfigError
+from infra.errors import ConfigError, refuse
 
 
 def check_quantization(rollout: RolloutConfig, training: TrainingConfig) -> None:
@@ -45,24 +45,24 @@ def check_structured_output(
 ) -> None:
     """Refuse a form that the rollout engine cannot enforce; raises `ConfigError` at `path`."""
     capabilities = ROLLOUT_ENGINES.place(rollout.engine).capabilities
-    if form is not None and STRUCTURED_OUTPUT not in capabilities:
-        raise ConfigError(
-            path,
-            f"rollout.engine {rollout.engine} does not support structured output; set this to "
-            f"null, or rollout.engine to {' or '.join(engines_with(STRUCTURED_OUTPUT))}",
-        )
+    refuse(
+        form is not None and STRUCTURED_OUTPUT not in capabilities,
+        path,
+        f"rollout.engine {rollout.engine} does not support structured output; set this to "
+        f"null, or rollout.engine to {' or '.join(engines_with(STRUCTURED_OUTPUT))}",
+    )
 
 
 def check_seen_by_judges(
     shown: str, reward_model: RewardModelConfig | None, judge: JudgeConfig | None
 ) -> None:
     """Refuse a reward model or judge, because it does not see the images."""
-    if reward_model or judge:
-        raise ConfigError(
-            f"rl.reward.{'model' if reward_model else 'judge'}",
-            f"got a model that judges; {shown}, which it does not see; need a rule; set "
-            "rl.reward.function to one, or leave out the source",
-        )
+    refuse(
+        reward_model or judge,
+        f"rl.reward.{'model' if reward_model else 'judge'}",
+        f"got a model that judges; {shown}, which it does not see; need a rule; set "
+        "rl.reward.function to one, or leave out the source",
+    )
 
 
 def check_not_self_played(shown: str) -> None:
@@ -76,12 +76,12 @@ def check_not_self_played(shown: str) -> None:
 
 def check_seen_by_teacher(shown: str, teacher: DistillationConfig | None) -> None:
     """Refuse a served teacher, because its engines get only tokens."""
-    if teacher and teacher.served:
-        raise ConfigError(
-            "rl.distillation.served",
-            f"{shown}, which served teachers cannot see; need a teacher on the training ranks; set "
-            "this to null, or leave out the source",
-        )
+    refuse(
+        teacher and teacher.served,
+        "rl.distillation.served",
+        f"{shown}, which served teachers cannot see; need a teacher on the training ranks; set "
+        "this to null, or leave out the source",
+    )
 
 
 GDPO = "gdpo"
@@ -111,12 +111,12 @@ def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
     for source, names in _routes(reward).items():
         able = (*names, "score", "acc")
         for key in keys:
-            if key not in able:
-                raise ConfigError(
-                    KEYS,
-                    f"got {key!r}, which does not judge data_source {source!r}; need one of "
-                    f"{', '.join(able)}; name one, or add it to the route",
-                )
+            refuse(
+                key not in able,
+                KEYS,
+                f"got {key!r}, which does not judge data_source {source!r}; need one of "
+                f"{', '.join(able)}; name one, or add it to the route",
+            )
     parts = reward.components
     weights = given.gdpo_reward_weights or tuple(
         parts[key].weight if key in parts else 1.0 for key in keys

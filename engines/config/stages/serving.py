@@ -22,7 +22,7 @@ from engines.config.stages.base import (
     needed,
     reward_inputs,
 )
-from infra.errors import ConfigError
+from infra.errors import refuse
 
 if TYPE_CHECKING:
     from engines.config.recipe import Recipe
@@ -128,11 +128,11 @@ class SelfPlayStageConfig(ServingStageConfig):
         """Also check temperature, structured output and the length of answers."""
         super().check()
         path, sampling = "preference.self_play.sampling", self.sampling
-        if sampling.temperature == 0 and self.self_play.samples_per_prompt > 1:
-            raise ConfigError(
-                f"{path}.temperature",
-                "got 0 with several answers to a prompt, which would be equal; need > 0; raise it",
-            )
+        refuse(
+            sampling.temperature == 0 and self.self_play.samples_per_prompt > 1,
+            f"{path}.temperature",
+            "got 0 with several answers to a prompt, which would be equal; need > 0; raise it",
+        )
         check_structured_output(
             f"{path}.structured_output", sampling.structured_output, self.rollout
         )
