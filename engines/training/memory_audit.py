@@ -5,9 +5,9 @@ autograd's hooks, and buckets by module hooks and, on a CPU, by looking at the c
 
 Promises: engines compute the same numbers with and without it. A storage counts in one field.
 Gradients that a collective reduced count as buckets until the first micro-batch of a step ends.
-Does not count: tensors between two operations, buffers of transports other than collectives and, on
-an accelerator, of collectives inside a backend. Layers of `use_torch_compile` run uncompiled under
-it on a CPU.
+Does not count: tensors between two operations, fsdp's gradients of gathered weights, buffers of
+transports other than collectives and, on an accelerator, of collectives inside a backend. Layers
+of `use_torch_compile` run uncompiled under it on a CPU.
 """
 
 import weakref
