@@ -92,7 +92,8 @@ def attended(platform: PlatformBase) -> list[Tensor]:
         for heads in (8, 2, 2)
     ]
     packing = Packing.from_cu_seqlens(bounds.to(platform.device()))
-    out, _ = packed_attention(torch.nn.Identity(), *inputs, None, packing=packing)
+    query, key, value = inputs
+    out, _ = packed_attention(torch.nn.Identity(), query, key, value, None, packing=packing)
     (out.float() ** 2).sum().backward()
     return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
 

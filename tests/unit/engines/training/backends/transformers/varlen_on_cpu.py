@@ -46,7 +46,7 @@ def _backward(
     scale: float | None = None, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     groups, factor = q.shape[1] // k.shape[1], scale or 1 / math.sqrt(q.shape[-1])
-    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for place, query, key, value, scores in _sequences(q, k, v, bounds, scale):
         upstream, weights = grad[place].float().transpose(0, 1), scores.softmax(-1)
         inner = upstream @ value.transpose(1, 2)
