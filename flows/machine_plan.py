@@ -98,10 +98,7 @@ def _recomputes(recipe: Recipe, machine: Machine) -> tuple[bool, str]:
 
 
 def resolved_here(recipe: Recipe, found: FoundPlatform) -> Recipe:
-    """Return a recipe without `auto` in `training`, for this machine's devices.
-
-    Layers are recomputed if the devices' memory or the model's sizes are unknown.
-    """
+    """Return `resolved_on` for this machine; layers are recomputed if sizes are unknown."""
     with suppress(ConfigError):
         if found.memory_bytes is not None:
             return resolved_on(recipe, _machine_of(found, found.memory_bytes))[0]

@@ -190,10 +190,7 @@ class PlatformBase(ABC):
         raise RuntimeError(f"processes cannot share the memory of {self.vendor_name} devices")
 
     def choose_attention(self) -> str:
-        """Let torch use the fastest kernels of packed attention in this process; name them.
-
-        Opens the device; may be repeated.
-        """
+        """Let torch use the fastest kernels of packed attention in this process; name them."""
         return "torch's own kernels"
 
     def rollout_env_vars(self) -> dict[str, str]:

@@ -104,10 +104,7 @@ class NvidiaPlatform(AcceleratorPlatform):
         return capture
 
     def choose_attention(self) -> str:
-        """Activate FlashAttention 3 if it is installed for this device and loads; else torch's 2.
-
-        It takes the place of FlashAttention 2 in all of torch's operators.
-        """
+        """Activate FlashAttention 3 if it is installed for this device and loads."""
         from torch.nn import attention
 
         offered: list[str] = getattr(attention, "list_flash_attention_impls", list)()

@@ -156,11 +156,7 @@ class TrainingConfig(StrictModel):
         )
 
     def on(self, *, accelerator: bool, has_compiler: bool = True) -> "TrainingConfig":
-        """Return the configuration for a kind of device, without `auto`.
-
-        Args:
-            has_compiler: its machines have Triton and a C compiler.
-        """
+        """Return it without `auto`; `has_compiler`: there are Triton and a C compiler."""
         chosen: dict[str, Any] = {}
         if self.dtype == "auto":
             chosen["dtype"] = "bfloat16" if accelerator else "float32"

@@ -324,11 +324,10 @@ def decoder_layers(model: PreTrainedModel, inside: str = "") -> list[nn.Module]:
 
 
 def compile_layers(layers: Iterable[nn.Module], backend: str) -> None:
-    """Compile each layer around its attention, for packed rows of any length.
+    """Compile layers for packed rows of any length; all layers of a model share one graph.
 
-    All layers of a model share one graph. Recomputation has to wrap the compiled layer: traced into
-    it, it would prevent compilation. A vision tower's layers cut their input into images, which
-    would compile a graph for each number of them.
+    Recomputation has to wrap the compiled layer: traced into it, it would prevent compilation.
+    A vision tower's layers would compile a graph for each number of images.
     """
     torch._dynamo.config.recompile_limit = NUM_VARIANTS
     for layer in layers:
