@@ -83,6 +83,19 @@ def choose_transport(
         )
     if elsewhere:
         logger.info("weights go by broadcast: no rank has them on %s", ", ".join(elsewhere))
+    return _open_broadcast(spec, names, len(places), sender, adapter=adapter)
+
+
+def _open_broadcast(
+    spec: ReplicaSpec,
+    float32_names: frozenset[str],
+    num_replicas: int,
+    sender: Sender,
+    *,
+    adapter: bool,
+) -> NewTransport:
+    """Return the factory of a transport by a communicator; raises as `choose_transport`."""
+    rollout = spec.rollout
     own, theirs = torch.__version__, spec.libraries.get("torch", torch.__version__)
     if own.partition("+")[0] != theirs.partition("+")[0]:
         raise ConfigError(
@@ -100,14 +113,14 @@ def choose_transport(
     return partial(
         transport.open,
         spec.dtype,
-        names,
+        float32_names,
         rollout.timeout_s,
         this_address(),
         num_senders=num_senders,
         backend=platform.communication_backend,
         device_name=platform.device_name,
         # Of all transfers, so that they keep their communicator.
-        server=open_store(len(places) + num_senders, rollout.timeout_s, this_address()),
+        server=open_store(num_replicas + num_senders, rollout.timeout_s, this_address()),
         delta_sync=rollout.delta_sync and spec.adapter is None,
     )
 
