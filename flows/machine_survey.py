@@ -117,11 +117,7 @@ def _is_elsewhere(address: str | None) -> bool:
 
 
 def surveyed(requested: str, home: Path) -> FoundPlatform:
-    """Return the platform that a job would choose; kept in the home, see the module.
-
-    Raises:
-        ConfigError: it is unknown or unavailable; ServiceError: see `survey_machine`.
-    """
+    """Return the platform that a job would choose; raises as `platform_of`."""
     platforms, installed = TABLES["platform"], Path(sysconfig.get_path("purelib"))
     probes = ["hardware.survey", *(row.module for row in platforms.rows)]
     visible = [v for v in env.child_environment().items() if v[0].endswith("VISIBLE_DEVICES")]

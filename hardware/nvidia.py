@@ -13,10 +13,8 @@ from infra.plugins import reason_of
 if TYPE_CHECKING:
     import torch
 
-FA3 = "FA3"
-"""Name of FlashAttention 3 (arXiv:2407.08608) in `torch.nn.attention`."""
-FA3_MODULE = "flash_attn_interface"
-"""Module with its kernels, which torch imports."""
+FA3, FA3_MODULE = "FA3", "flash_attn_interface"
+"""FlashAttention 3 (arXiv:2407.08608): name in `torch.nn.attention`, module with its kernels."""
 
 
 def attention_implementation(major: int, offered: Collection[str]) -> str | None:

@@ -2,7 +2,6 @@
 
 `MemoryAudit` counts parameters, gradients and moments by a walk over the engines, saved tensors by
 autograd's hooks, and buckets by module hooks and, on a CPU, by looking at the collectives.
-
 Promises: engines compute the same numbers with and without it. A storage counts in one field.
 Gradients that a collective reduced count as buckets until the first micro-batch of a step ends.
 Does not count: tensors between two operations, fsdp's gradients of gathered weights, buffers of

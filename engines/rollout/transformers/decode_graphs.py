@@ -1,12 +1,10 @@
 """Decode steps that are recorded, and then launched as a whole.
 
-A decode step is hundreds of small kernels, and the device waits for the host that launches them one
-by one. A platform with `graph_capture` launches a recorded step at one call, but with the sizes and
-addresses of the recording: sizes are rounded up to few, and `clear` is called before tensors move.
-Without it, sizes are exact and each step runs as it is.
-Promises: a step of a new size runs as it is, which prepares what is made once (tables, handles). It
-is recorded when the next step has the same size. What cannot be recorded for lack of memory runs
-as it is, and is said once.
+A decode step is hundreds of small kernels, which the host launches one by one. A platform with
+`graph_capture` launches a recorded step at once, with the sizes and addresses of the recording:
+sizes are rounded up, and `clear` is called before tensors move. Without it, sizes are exact.
+Promises: a step of a new size runs as it is, which prepares tables and handles; the next one of
+that size is recorded. Without memory for that, steps run as they are, with one warning.
 """
 
 import logging
@@ -17,7 +15,7 @@ import torch
 from hardware.base import GraphCapture
 
 MAX_NUM_GRAPHS = 64
-"""Recorded steps that are kept; the one that was not used for longest makes room."""
+"""Recorded steps that are kept; the least recently used one makes room."""
 SIZES_PER_DOUBLING = 4
 """Sizes between one power of two and the next: at most a quarter of a step is padding."""
 logger = logging.getLogger(__name__)

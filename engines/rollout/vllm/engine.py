@@ -2,7 +2,7 @@
 
 Promises: the contract of `engines.rollout.base`. Samples paused during an update are recomputed up
 to where they stood, and each token carries the version that sampled it. `close` ends every process
-that vLLM started. The tensors of an adapter are checked before vLLM gets them as files; the
+of vLLM. The tensors of an adapter are checked before vLLM gets them as files; the
 checksum is of the written tensors. vLLM reports modules that it does not know. Environment
 variables are set before vLLM reads them; it runs on the requested platform or not at all, sends no
 usage data, downloads nothing, and reads no weights from the model directory.

@@ -231,19 +231,18 @@ def test_launch_order_is_for_megatron_alone() -> None:
 @pytest.mark.parametrize(
     ("platform", "properties", "expected"),
     [
-        (NvidiaPlatform(), {"major": 8, "minor": 0}, False),  # A100
-        (NvidiaPlatform(), {"major": 8, "minor": 9}, True),  # L40S
-        (NvidiaPlatform(), {"major": 9, "minor": 0}, True),  # H100
-        (NvidiaPlatform(), {"major": 10, "minor": 0}, True),  # B200
-        (NvidiaPlatform(), {"major": 12, "minor": 0}, True),  # RTX 5090
-        (AMDPlatform(), {"gcnArchName": "gfx90a:sramecc+:xnack-"}, False),  # MI250
-        (AMDPlatform(), {"gcnArchName": "gfx942:sramecc+:xnack-"}, True),  # MI300X
-        (MetaXPlatform(), {"major": 9, "minor": 0}, False),
+        (NvidiaPlatform, {"major": 8, "minor": 0}, False),  # A100
+        (NvidiaPlatform, {"major": 8, "minor": 9}, True),  # L40S
+        (NvidiaPlatform, {"major": 9, "minor": 0}, True),  # H100
+        (NvidiaPlatform, {"major": 10, "minor": 0}, True),  # B200
+        (NvidiaPlatform, {"major": 12, "minor": 0}, True),  # RTX 5090
+        (AMDPlatform, {"gcnArchName": "gfx90a:sramecc+:xnack-"}, False),  # MI250
+        (AMDPlatform, {"gcnArchName": "gfx942:sramecc+:xnack-"}, True),  # MI300X
+        (MetaXPlatform, {"major": 9, "minor": 0}, False),
     ],
-    ids=str,
 )
 def test_which_devices_multiply_8_bit_floats(
-    platform: AcceleratorPlatform,
+    platform: type[AcceleratorPlatform],
     properties: dict[str, object],
     expected: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -252,5 +251,5 @@ def test_which_devices_multiply_8_bit_floats(
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda number: SimpleNamespace(**properties)
     )
-    assert platform.supports_fp8() is expected
+    assert platform().supports_fp8() is expected
     assert CPUPlatform().supports_fp8()
