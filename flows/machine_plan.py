@@ -67,10 +67,7 @@ def costs_on(recipe: Recipe, machine: Machine) -> tuple[StageCost, ...]:
 
 
 def resolved_on(recipe: Recipe, machine: Machine) -> tuple[Recipe, tuple[str, ...]]:
-    """Return a recipe without `auto` in `training`, and the reasons of what is not obvious.
-
-    Raises `ConfigError` as `shapes_of`.
-    """
+    """Return a recipe without `auto` in `training`, and the reasons; raises as `shapes_of`."""
     training, reasons = recipe.training, []
     if training.gradient_checkpointing == "auto":
         recomputes, why = _recomputes(recipe, machine)
