@@ -37,7 +37,7 @@ class LogprobHead:
             "training.chunked_logprobs is false, or ranks of the backend share its vocabulary": (
                 not chunked
             ),
-            f"its head is a {type(head).__name__}": type(head) is not nn.Linear,
+            f"its head is a {type(head).__name__}": type(head).forward is not nn.Linear.forward,
         }
         self.why_whole = next((reason for reason, holds in reasons.items() if holds), None)
         if self.why_whole is None:
