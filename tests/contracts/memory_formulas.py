@@ -148,16 +148,29 @@ def state_bytes(shape: Shape, backend: str, num_ranks: int) -> Mapping[str, int]
     return {"parameter_bytes": buffer, "gradient_bytes": buffer, "moment_bytes": moments}
 
 
-def bucket_bytes(shape: Shape, backend: str, num_ranks: int) -> int:
-    """Return the largest buckets of a step in float32 on 2 ranks or more that shard by FSDP2.
+def bucket_bytes(shape: Shape, backend: str, num_ranks: int, num_bytes: int = FLOAT) -> int:
+    """Return the largest buckets of a step that shards by FSDP2 and computes in `num_bytes`.
 
     They are the largest in the backward pass, while the first layer's weights are copied out of
-    what was gathered: both are there, and the input of the collective that reduced the gradients of
-    the layer behind. What was reduced counts here until the first micro-batch ends. Embedding, last
-    norm and head are one unit: the weights stay gathered, and the gradients of norm and head wait
-    for the embedding's. TorchTitan's norm and head are a unit, which was reduced at once.
+    what was gathered: both are there, and the float32 input of the collective that reduced the
+    gradients of the layer behind. What was reduced counts here until the first micro-batch ends.
+    Embedding, last norm and head are one unit: the weights stay gathered, and the gradients of norm
+    and head wait for the embedding's. TorchTitan's norm and head are a unit, which was reduced at
+    once.
+
+    Automodel gathers two layers ahead, so the peak is one layer earlier: while the second layer's
+    weights are copied out, what was gathered for the first is there, too. Its head is a unit,
+    reduced at once; the last norm is the root, whose weight and gradient wait for the end.
+
+    One rank copies its weights without a collective. The peak is where the gradients of a layer,
+    whose weights FSDP2 has freed, are copied into the float32 input: both are there.
     """
-    reduced = (shape.layers - 1) * shape.layer_weights // num_ranks
-    head = shape.vocabulary * shape.width + shape.width
-    root = head // num_ranks if backend == "torchtitan" else shape.root_weights + head
-    return FLOAT * (3 * shape.layer_weights + reduced + root)
+    layer, norm, table = shape.layer_weights, shape.width, shape.vocabulary * shape.width
+    copies, reduced, root = 2, (shape.layers - 1) * layer, shape.root_weights + norm + table
+    if num_ranks == 1:
+        copies, reduced = 1, 0
+    elif backend == "torchtitan":
+        reduced, root = reduced + norm + table, 0
+    elif backend == "automodel":
+        copies, reduced, root = 3, reduced - layer + table, 2 * norm
+    return num_bytes * (copies * layer + root) + FLOAT * (layer + reduced // num_ranks)

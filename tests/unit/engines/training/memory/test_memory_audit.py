@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf.testing.memory_formulas import saved_bytes, state_bytes
+from rlhf.testing.memory_formulas import bucket_bytes, saved_bytes, state_bytes
 from rlhf.testing.memory_ranks import (
     EXACT_MALLOC,
     PREDICTED,
@@ -66,9 +66,7 @@ def test_bfloat16_halves_what_is_saved_but_not_the_state(small: Path) -> None:
         SMALL, "fsdp2", tokens=TOKENS, predicted=PREDICTED, recompute=False, num_bytes=2
     )
     assert counted(found) == {**state_bytes(SMALL, "fsdp2", 1), "saved_bytes": saved}
-    # Weights of the root, gradients of the head, and a layer's, which are converted to float32.
-    head = SMALL.root_weights - SMALL.vocabulary * SMALL.width
-    assert found["bucket_bytes"] == 2 * (SMALL.root_weights + head) + 6 * SMALL.layer_weights
+    assert found["bucket_bytes"] == bucket_bytes(SMALL, "fsdp2", 1, num_bytes=2)
 
 
 def test_a_gradient_that_outlives_the_step_is_seen(
