@@ -27,5 +27,5 @@ def test_a_head_is_whole_only_where_its_forward_differs(
     head: type[nn.Linear], is_whole: bool, make_model: Callable[..., Path]
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(make_model("qwen3"))
-    model.get_output_embeddings().__class__ = head
+    model.lm_head.__class__ = head
     assert (LogprobHead(model, chunked=True).why_whole is not None) == is_whole
