@@ -148,6 +148,16 @@ def state_bytes(shape: Shape, backend: str, num_ranks: int) -> Mapping[str, int]
     return {"parameter_bytes": buffer, "gradient_bytes": buffer, "moment_bytes": moments}
 
 
+def hidden_bytes(shape: Shape, backend: str, num_ranks: int, *, recompute: bool) -> int:
+    """Return what is there in float32 at the peak of a step, and no hook sees.
+
+    fsdp's weights of a unit are views of one tensor. Autograd holds the gradient of the head's view
+    until the embedding's joins it. With recomputed layers the peak lies between the two.
+    """
+    is_held = backend == "fsdp" and num_ranks > 1 and recompute
+    return FLOAT * shape.vocabulary * shape.width if is_held else 0
+
+
 def bucket_bytes(shape: Shape, backend: str, num_ranks: int, num_bytes: int = FLOAT) -> int:
     """Return the largest buckets of a step that shards by FSDP2 and computes in `num_bytes`.
 
