@@ -7,10 +7,8 @@ device and never raises. A device that is counted may still not work.
 import importlib
 import importlib.util
 import re
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -245,13 +243,6 @@ def is_installed(package: str) -> bool:
     if package in sys.modules:
         return sys.modules[package] is not None
     return importlib.util.find_spec(package) is not None
-
-
-@cache
-def has_kernel_compiler() -> bool:
-    """True if Triton and a C compiler, which Triton calls, are installed."""
-    compilers = ("cc", "gcc", "clang")
-    return is_installed("triton") and any(shutil.which(each) for each in compilers)
 
 
 def torch_build(torch: ModuleType) -> str:

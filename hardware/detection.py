@@ -5,9 +5,12 @@ vendor's package detects its device best), then `hardware.platforms` in order, t
 requested platform that is not available is an error; no other is chosen instead.
 """
 
+import importlib.util
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from platform import machine
 
@@ -137,3 +140,11 @@ def _not(refused: Mapping[str, str]) -> str:
     for name, reason in refused.items():
         by_reason.setdefault(reason, []).append(name)
     return "; ".join(f"not {', '.join(group)}: {reason}" for reason, group in by_reason.items())
+
+
+@cache
+def has_kernel_compiler() -> bool:
+    """True if Triton and a C compiler, which Triton calls, are installed."""
+    compilers = ("cc", "gcc", "clang")
+    has_triton = importlib.util.find_spec("triton") is not None
+    return has_triton and any(shutil.which(each) for each in compilers)

@@ -9,8 +9,7 @@ Promises: a plugin that does not load is reported and affects nothing else.
 import sys
 
 from hardware import nvidia_smi
-from hardware.accelerator import has_kernel_compiler
-from hardware.detection import availability, create, detect
+from hardware.detection import availability, create, detect, has_kernel_compiler
 from infra.errors import ConfigError
 from infra.plugins import load_row, outside_rows, reason_of
 from infra.survey_report import FoundPlatform, FoundPlugin, Refusal, SurveyReport

@@ -27,8 +27,8 @@ from engines.training.base import create_engine
 from engines.training.spec import POLICY, ModelSource, RoleSpec
 from engines.trajectory import Prompt, Trajectory
 from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
-from hardware.accelerator import has_kernel_compiler
 from hardware.base import PlatformBase
+from hardware.detection import has_kernel_compiler
 
 SFT_GOAL, UPDATE_GOAL, RESERVED_GOAL = Goal(0.4), Goal(0.35), Goal(1.3, at_most=True)
 STEPS_PER_TURN = 4

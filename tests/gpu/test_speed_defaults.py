@@ -18,8 +18,8 @@ from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import create_engine
 from engines.training.model.attention import Packing, packed_attention
 from engines.types import TokenBatch
-from hardware.accelerator import has_kernel_compiler
 from hardware.base import PlatformBase
+from hardware.detection import has_kernel_compiler
 
 LENGTHS = ((40, 9), (300,), (64, 64, 64), (17, 230, 45, 8), (512, 2), (5, 1, 77, 130, 99))
 LOSS, NORM = 2e-2, 5e-2

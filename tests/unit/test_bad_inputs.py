@@ -126,7 +126,7 @@ OVERRIDES = [
     (
         ["rl.distillation={path: owner/teacher, served: {options: {max_prefill: 64}}}"],
         "rl.distillation.served.options.max_prefill: not an option of transformers: no "
-        "'max_prefill'; known: kv_cache_bytes, max_prefill_tokens; "
+        "'max_prefill'; known: enforce_eager, kv_cache_bytes, max_prefill_tokens; "
         "did you mean max_prefill_tokens?",
     ),
     (

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines import collectives
-from hardware.accelerator import has_kernel_compiler
+from hardware.detection import has_kernel_compiler
 
 
 class SoftmaxSums(NamedTuple):

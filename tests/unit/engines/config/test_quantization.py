@@ -1,5 +1,6 @@
 """`rollout.quantization`: where it is refused, and which models it is not for."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,17 @@ from flows.preflight import preflight
 from flows.recipe.recipe import load_recipe
 from flows.stage_order import stages_of
 from infra.errors import ConfigError
+from infra.plugins import assumed_installed
 from infra.survey_report import FoundPlatform
 
 FP8 = ["rollout.quantization=fp8", "rollout.engine=vllm", "rollout.dtype=bfloat16"]
 MEASURING = (EvaluateStageConfig, HarnessStageConfig, SelfPlayStageConfig)
+
+
+@pytest.fixture(autouse=True)
+def _environments() -> Iterator[None]:
+    with assumed_installed():
+        yield
 
 
 @pytest.mark.parametrize(

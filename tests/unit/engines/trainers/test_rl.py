@@ -133,7 +133,9 @@ def test_few_files_lie_between_the_loop_and_a_sampled_token(run_round, sampling_
     sampled = [files for files in answered if COLLECT not in files]
     assert sampled
     for files in sampled:
-        assert files[: files.index("engines/trainers/rl.py") + 1] == [
+        on_the_way = files[: files.index("engines/trainers/rl.py") + 1]
+        # A decode step; prompts are computed without it.
+        assert [each for each in on_the_way if not each.endswith("/decode_graphs.py")] == [
             "engines/rollout/transformers/sampling.py",
             "engines/rollout/transformers/running_batch.py",
             "engines/rollout/transformers/engine.py",

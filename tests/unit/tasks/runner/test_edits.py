@@ -218,6 +218,7 @@ def test_no_file_is_reread_for_later_stages_of_the_same_code(
 ) -> None:
     request = next(r for r in pipelines["fsdp2"].requests if r.config.stage == "rl_round")
     rounds = [request.config.model_copy(update={"round": number}) for number in range(1, 101)]
+    assert request.fingerprint  # of the first, which reads the files
     with counted_reads() as opened:
         found = {replace(request, config=config).fingerprint for config in rounds}
         assert (len(found), opened) == (len(rounds), [])
