@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from engines.config.plugins import is_embedded
 from engines.config.recipe import Recipe
 from engines.config.rollout import NEEDS_FP8
 from engines.config.rules.models import check_quantization
@@ -86,7 +87,11 @@ def _recomputes(recipe: Recipe, machine: Machine) -> tuple[bool, str]:
     costs = costs_on(recipe.model_copy(update={"training": kept}), machine)
     trained = [phase for cost in costs for phase in cost.phases if phase.phase == "train"]
     fullest = max(trained, key=lambda it: it.bytes.total_bytes - it.room_bytes, default=None)
-    if fullest is None or shape.vision_parameters or shape.uncounted:
+    rl = recipe.rl
+    # An engine inside the ranks answers for such a model beside the policy.
+    served = rl.reward.judge or (rl.distillation and rl.distillation.served)
+    has_other = served is not None and is_embedded(recipe.rollout)
+    if fullest is None or shape.vision_parameters or shape.uncounted or has_other:
         return True, "what training keeps without it is not wholly counted"
     needed, room = fullest.bytes.total_bytes, fullest.room_bytes
     room -= int(MARGIN_SHARE * machine.memory_bytes)
@@ -137,7 +142,7 @@ def check_quantization_on(recipe: Recipe, found: FoundPlatform) -> None:
     """Refuse 8-bit floats that this machine, or the dtype chosen for it, lacks (`ConfigError`)."""
     training = recipe.training.on(accelerator=found.device != "cpu")
     check_quantization(recipe.rollout, training)
-    if recipe.rollout.quantization and not found.supports_fp8:
+    if not found.supports_fp8:
         raise ConfigError(*NEEDS_FP8)
 
 

@@ -125,13 +125,13 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = {}) -> Recipe:
     is_here = hardware != recipe.hardware  # a complete setting may be for another machine
     if is_here:
         check_devices(recipe.training.num_workers, hardware, recipe.home)
-        check_quantization_on(recipe, surveyed(hardware.platform, recipe.home))
+        if recipe.rollout.quantization and recipe.rl.num_rounds:
+            check_quantization_on(recipe, surveyed(hardware.platform, recipe.home))
     on_device = is_here and hardware.is_accelerator
     found = surveyed(hardware.platform, recipe.home) if on_device else None
     asked = recipe.training
-    training = asked.on(
-        accelerator=hardware.is_accelerator, has_compiler=found is None or found.has_compiler
-    )
+    has_compiler = found is not None and found.has_compiler
+    training = asked.on(accelerator=hardware.is_accelerator, has_compiler=has_compiler)
     recipe = recipe.model_copy(update={"hardware": hardware, "training": training})
     _check_parts(recipe)
     request, checkpoint_bytes = request_of(recipe), None

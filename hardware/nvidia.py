@@ -91,11 +91,16 @@ class NvidiaPlatform(AcceleratorPlatform):
             # the pool: it would keep that memory, or be used after the pool is gone.
             torch._C._cuda_clearCublasWorkspaces()
             # The mode allows other threads to allocate meanwhile.
-            with (
-                torch.cuda.device(device),
-                torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
-            ):
-                work()
+            try:
+                with (
+                    torch.cuda.device(device),
+                    torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
+                ):
+                    work()
+            except torch.AcceleratorError as error:  # the driver's own memory
+                if "out of memory" not in str(error):
+                    raise
+                raise torch.OutOfMemoryError(str(error)) from error
             torch._C._cuda_clearCublasWorkspaces()
             return graph.replay
 

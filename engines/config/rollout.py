@@ -91,8 +91,9 @@ class RolloutConfig(StrictModel):
     shared memory of the machine, or broadcast. `auto` broadcasts if an engine is on a machine
     without a rank, and else takes the device's memory on NVIDIA and AMD accelerators."""
     delta_sync: Annotated[bool, NotIdentity] = False
-    """Broadcast only what changed since the last sync, exactly; takes host memory of the weights'
-    size in each receiving process, as much in all senders. No effect where nothing is broadcast."""
+    """Broadcast only what changed since the last sync, exactly. Takes host memory of up to twice
+    the weights in each receiving process, as much in all senders. No effect on adapters that are
+    sent alone, and where nothing is broadcast."""
     timeout_s: Annotated[float, NotIdentity] = Field(default=1800.0, gt=0)
     """Seconds after which the unfinished samples of a batch of requests are aborted. It counts for
     the fingerprint of an RL round, where they do not train; elsewhere they are an error."""

@@ -117,7 +117,7 @@ class TrainingConfig(StrictModel):
     """Train a low-rank adapter instead of the weights; null: train the weights."""
     use_torch_compile: Annotated[bool | Literal["auto"], Execution] = "auto"
     """Compile each decoder layer; the first steps are slow. `auto`: on accelerators with Triton and
-    a C compiler, if the backend can, and without `lora.use_dora`."""
+    a C compiler, if the backend can, and without `lora.use_dora` and `ulysses_size`."""
     torch_compile_backend: Annotated[Literal["inductor", "aot_eager", "cudagraphs"], Execution] = (
         "inductor"
     )
@@ -185,6 +185,8 @@ class TrainingConfig(StrictModel):
             return f"{self.backend} compiles no layers"
         if self.lora is not None and self.lora.use_dora:
             return "training.lora.use_dora breaks each layer into many graphs"
+        if self.ulysses_size > 1:
+            return "with training.ulysses_size ranks exchange tokens inside a layer"
         return None
 
     @property

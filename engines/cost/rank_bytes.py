@@ -207,7 +207,11 @@ def _idle(held: RoleBytes, training: TrainingConfig) -> PhaseBytes:
 def sync_bytes(work: Workload, *, on_cpu: bool = False) -> PhaseBytes:
     """Return what ranks hold while they send weights: a gathered tensor and two buckets."""
     policy = role_bytes(work.roles[0], work.training, on_cpu=on_cpu)
-    tensor = _FLOAT * work.roles[0].shape.largest_tensor if policy.gathered else 0
+    largest = work.roles[0].shape.largest_tensor
+    tensor = _FLOAT * largest if policy.gathered else 0
+    # A tensor larger than a bucket has memory of its own.
+    sent = dtype_bytes(work.training.dtype) * largest
+    tensor += sent if sent > SYNC_BUCKET_BYTES else 0
     on_its_way = PhaseBytes(
         parameter_bytes=policy.parameters if work.training.param_offload else 0,
         bucket_bytes=tensor + 2 * SYNC_BUCKET_BYTES,

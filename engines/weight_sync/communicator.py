@@ -67,6 +67,13 @@ def joined(rendezvous: Rendezvous, turns: Turns, sender: int | None) -> Iterator
     source, senders = rendezvous.source, senders_of(turns)
     number = len(senders) + source.reader if sender is None else senders.index(sender)
     seat = (source.host, source.port, number)
+    if sender is None:
+        # A reader has another number if others take part.
+        former = [each for each in {*_kept, *_bases} if each[:2] == seat[:2] and each != seat]
+        for each in former:
+            if each[2] >= len(senders):
+                _kept.pop(each, None)
+                _bases.pop(each, None)
     # A failed block leaves no bases: they are partly those of the transfer that failed.
     bases = _bases.pop(seat, DeltaBases(source.checksum_method)) if source.delta_sync else None
     held = f"{_kept[seat][0] if seat in _kept else ''} {bases.confirmed if bases else ''}"
@@ -207,9 +214,9 @@ class CollectiveThread(Generic[Item, Result]):
         error = self._ended.exception()
         if isinstance(error, PipelineError):
             raise error
-        raise self._rendezvous.error(
-            f"a peer of the broadcast is gone: {first_line(error)}"
-        ) from error
+        is_own = isinstance(error, torch.OutOfMemoryError)
+        cause = "the broadcast failed here" if is_own else "a peer of the broadcast is gone"
+        raise self._rendezvous.error(f"{cause}: {first_line(error)}") from error
 
 
 def _device(source: RendezvousSource) -> torch.device:

@@ -5,7 +5,8 @@ places, and a second one the bytes of the first that are not zero.
 Promises: any bytes are rebuilt exactly. N bytes become N * (1 / 128 + s + min(s / 2, 1 / 16)) at
 most for a share s of changed words, and never more than N. All is sent whole if an end does not
 hold the confirmed digest. Each end keeps its buckets in host memory, pinned for a device: a reader
-all weights, a sender its part. Torch rounds pinned blocks up to a power of two.
+all weights, a sender its part. Torch rounds pinned blocks up to a power of two. On the device a
+sender needs its bucket once more, a reader twice.
 """
 
 import logging
@@ -19,6 +20,8 @@ from engines.checksum import ChecksumMethod, TensorChecksums
 from engines.errors import WeightSyncError
 
 logger = logging.getLogger(__name__)
+SLICE_BYTES = 1 << 24
+"""Part of a bucket that is worked on at a time, which takes up to ten times its bytes."""
 BLOCK_BYTES = 128
 """What one byte of the second bitmap stands for: 8 bytes of the first, 64 words."""
 _GATHER = 0x0102040810204080
@@ -32,16 +35,21 @@ def encode(bucket: Tensor, base: Tensor) -> tuple[Tensor, Sizes] | None:
 
     `base` has the bytes of another bucket, and zeros up to a multiple of `BLOCK_BYTES`.
     """
-    difference = base.to(bucket.device, copy=True)
-    difference[: bucket.numel()] ^= bucket
-    words = difference.view(torch.int16)
-    marks = _marks(words)
-    touched = words.view(-1, 8)[marks != 0]
-    changed, marked = touched[touched != 0], marks[marks != 0]
-    parts = torch.cat([changed.view(torch.uint8), marked, _marks(marks)])
-    if parts.numel() >= bucket.numel():
-        return None
-    return parts, (changed.numel(), marked.numel())
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    left_bytes = bucket.numel()
+    for own, of_base in zip(bucket.split(SLICE_BYTES), base.split(SLICE_BYTES), strict=True):
+        difference = of_base.to(bucket.device, copy=True)
+        difference[: own.numel()] ^= own
+        words = difference.view(torch.int16)
+        marks = _marks(words)
+        touched = words.view(-1, 8)[marks != 0].view(-1)
+        parts = touched[touched != 0].view(torch.uint8), marks[marks != 0], _marks(marks)
+        found.append(parts)
+        left_bytes -= sum(part.numel() for part in parts)
+        if left_bytes <= 0:
+            return None
+    changed, marked, outline = map(torch.cat, zip(*found, strict=True))
+    return torch.cat([changed, marked, outline]), (changed.numel() // 2, marked.numel())
 
 
 def num_bytes_sent(num_bytes: int, sizes: Sizes) -> int:
@@ -54,10 +62,20 @@ def apply(parts: Tensor, sizes: Sizes, base: Tensor) -> None:
     """Turn a base into the bucket whose difference is `parts`, in place; see `encode`."""
     num_words, num_marked = sizes
     changed, marked, outline = parts.tensor_split([2 * num_words, 2 * num_words + num_marked])
-    difference = torch.zeros(8 * num_marked, dtype=torch.int16, device=parts.device)
-    difference.masked_scatter_(_places(marked), changed.view(torch.int16))
-    blocks = base.view(torch.int16).view(-1, 8)
-    blocks[_places(outline)] ^= difference.view(-1, 8)
+    words = changed.view(torch.int16)
+    slices = zip(
+        base.view(torch.int16).split(SLICE_BYTES // 2),
+        outline.split(SLICE_BYTES // BLOCK_BYTES),
+        strict=True,
+    )
+    for own, of_outline in slices:
+        is_marked = _places(of_outline)
+        marks, marked = marked.tensor_split([int(is_marked.sum())])
+        is_changed = _places(marks)
+        values, words = words.tensor_split([int(is_changed.sum())])
+        difference = torch.zeros(8 * marks.numel(), dtype=torch.int16, device=parts.device)
+        difference.masked_scatter_(is_changed, values)
+        own.view(-1, 8)[is_marked] ^= difference.view(-1, 8)
 
 
 def _padded(num_bytes: int) -> int:

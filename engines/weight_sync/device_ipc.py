@@ -103,7 +103,8 @@ class _SenderBuckets(Buckets):
             ipc, memory = _left.pop()
             ipc.free(memory)
         try:
-            self._ipc = planned(platform).ipc_memory()
+            self._platform = planned(platform)
+            self._ipc = self._platform.ipc_memory()
             self._make(_name(0), bucket_bytes)
         except RuntimeError as error:
             self._stay_on_host(str(error))
@@ -139,7 +140,12 @@ class _SenderBuckets(Buckets):
             _left.append((self._ipc, self._held.popitem()[1]))
 
     def _make(self, name: str, num_bytes: int) -> None:
-        memory = self._held[name] = self._ipc.allocate(num_bytes)
+        try:
+            memory = self._ipc.allocate(num_bytes)
+        except RuntimeError:
+            self._platform.empty_cache()  # which torch has cached since the last update
+            memory = self._ipc.allocate(num_bytes)
+        self._held[name] = memory
         text = json.dumps([self._ipc.handle(memory).hex(), num_bytes])
         draft = self._directory / "draft"
         draft.write_text(text, "utf-8")

@@ -3,7 +3,7 @@
 import pytest
 from project_size import Size, size_of, sources_now
 
-MAX_STATEMENTS = 33_910
+MAX_STATEMENTS = 33_940
 MAX_DOC_SHARE = 0.18
 MAX_FUNCTION_LINES = 60
 MAX_BROAD_EXCEPTS_PER_KLOC = 0.5

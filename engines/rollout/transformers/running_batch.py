@@ -79,7 +79,7 @@ class RunningBatch:
         """The running samples, in row order."""
         self._held: HeldPrompt | None = None
         # Per row: offset of the rotary position, last token, its position, positions that a step
-        # adds, origin of the random stream, the stream, top-k. Unused rows are 0.
+        # adds, origin of the random stream, the stream, top-k. Unused rows stay at position 0.
         self._ints_7M = self._columns(7, torch.int64)
         # Per row: temperature, top-p, logprob of the last token.
         self._floats_3M = self._columns(3, torch.float64)
@@ -122,7 +122,7 @@ class RunningBatch:
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         """See `Fits`; the rows include the running ones."""
-        return self._cache.fits(*self._padded(num_rows, max(num_tokens, self._longest)))
+        return self._cache.fits(num_rows, max(num_tokens, self._longest))
 
     def without_room(self) -> list[Sample]:
         """Remove and return the shortest samples that leave the others no room for a token."""

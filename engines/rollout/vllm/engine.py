@@ -213,7 +213,7 @@ def sleep_frees_memory() -> bool:
 def _set_environment(platform: PlatformBase) -> Path:
     """Set this process's environment and vLLM's, but for the user's logging and caches.
 
-    Returns the cache, which engines may share: vLLM and Triton write for several processes.
+    Returns the directory of what was compiled, which engines share.
     """
     cache = Path(env.VLLM_CACHE_ROOT.get() or env.home() / "compiled" / "vllm")
     cache.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import copy
 import multiprocessing
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -45,9 +46,9 @@ def digest(version: int) -> str:
     )
 
 
-def transport(server: TCPStore, num_readers: int) -> CollectiveTransport:
+def transport(server: TCPStore, *num_workers: int) -> CollectiveTransport:
     return CollectiveTransport.open(
-        "bfloat16", {"layer.4"}, 600.0, HOST, [1] * num_readers,
+        "bfloat16", {"layer.4"}, 600.0, HOST, num_workers,
         bucket_bytes=16384, server=server, delta_sync=True,
     )  # fmt: skip
 
@@ -89,7 +90,7 @@ class Run:
     def __init__(self, num_transfers: int) -> None:
         self.num_bytes: list[int] = []
         server = open_store(3, 600.0, HOST)
-        self.transports = [transport(server, 2) for _ in range(num_transfers)]
+        self.transports = [transport(server, 1, 1) for _ in range(num_transfers)]
         self.results = [PROCESSES.Queue() for _ in range(2)]
         self.started = []
 
@@ -183,3 +184,32 @@ def test_sync_after_an_unconfirmed_one_is_whole(
     transfers.send(3)
     transfers.send(4)
     assert transfers.is_whole == [True, False, True, False]
+
+
+def count_kept(sources, results) -> None:
+    for source in sources:
+        deque(source_from_json(source_to_json(source)).tensors(), maxlen=0)
+        results.put((len(communicator._bases), len(communicator._kept)))
+
+
+def test_reader_keeps_one_base_with_or_without_the_others() -> None:
+    """Its number is another one where the first receiver takes no part."""
+    server = open_store(3, 600.0, HOST)
+    parts = [transport(server, *each) for each in ((1, 1), (0, 1), (1, 1))]
+    results = [PROCESSES.Queue() for _ in range(2)]
+    of_both = ([parts[0].sources[0], parts[2].sources[0]], [each.sources[1] for each in parts])
+    started = [
+        PROCESSES.Process(target=count_kept, args=each, daemon=True)
+        for each in zip(of_both, results, strict=True)
+    ]
+    try:
+        for process in started:
+            process.start()
+        for number, part in enumerate(parts, 1):
+            assert part.send(iter(weights(number).items())).digest == digest(number)
+        assert [results[1].get(timeout=HANG_S) for _ in parts] == [(1, 1)] * 3
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+        close_communicators()
