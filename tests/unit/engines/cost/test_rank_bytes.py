@@ -129,7 +129,8 @@ def test_a_sync_holds_weights_and_a_tensor() -> None:
     work = work_of(shape, training_of(num_workers=8, optimizer_offload=True))
     found = sync_bytes(work)
     assert found.parameter_bytes == shape.num_parameters * 4 // 8
-    assert found.bucket_bytes == 4 * 151936 * 4096 + 2 * 256 * 2**20
+    # Gathered in float32, and on its way in bfloat16: it is larger than a bucket.
+    assert found.bucket_bytes == (4 + 2) * 151936 * 4096 + 2 * 256 * 2**20
     assert found.gradient_bytes == found.moment_bytes == 0
 
 
