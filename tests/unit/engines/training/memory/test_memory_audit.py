@@ -162,7 +162,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     # In one process fsdp is the same as fsdp2.
     ("num_ranks", "resident"),
-    [(1, ("fsdp2", "megatron")), (2, ("fsdp2", "fsdp")), (4, ())],
+    [(1, ("fsdp2", "megatron")), (2, ("fsdp2", "fsdp")), (4, ("fsdp2",))],
     ids=str,
 )
 def test_ranks_of_each_backend_hold_what_formulas_say(
