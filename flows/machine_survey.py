@@ -7,6 +7,7 @@ and jobs refuse to start on another.
 """
 
 import contextlib
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -21,7 +22,6 @@ from pydantic import BaseModel, ValidationError
 
 from engines.config.plugins import TABLES
 from engines.config.training import HardwareConfig
-from hardware.detection import has_kernel_compiler
 from infra import env
 from infra.errors import ConfigError, JobSubmitError, ServiceError
 from infra.identity.fingerprint import outside_code, source_closure
@@ -128,7 +128,7 @@ def surveyed(requested: str, home: Path) -> FoundPlatform:
         "installed": [str(installed), installed.stat().st_mtime_ns],
         "probes": [source_closure(probes, packages=()), outside_code(platforms.outside())],
         "visible": sorted(visible),
-        "compiler": has_kernel_compiler(),
+        "compilers": [shutil.which(each) for each in ("cc", "gcc", "clang")],
     }
     kept = home / "survey" / f"{sha256_json(depends_on)}.json"
     with contextlib.suppress(OSError, ValidationError):
