@@ -18,7 +18,7 @@ VLLM_CACHE, TRITON_CACHE = env.VLLM_CACHE_ROOT, env.TRITON_CACHE_DIR
 @pytest.fixture(autouse=True)
 def home(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if request.config.getoption("--engine") != "vllm":
-        pytest.skip("of vllm alone")
+        pytest.skip("needs the engine vllm (--engine vllm): its compile cache is tested")
     row = ROLLOUT_ENGINES.place("vllm")
     pytest.importorskip("vllm", reason=f"run it in .envs/{row.environment}")
     for variable in (VLLM_CACHE, TRITON_CACHE, env.TORCHDYNAMO_DISABLE):

@@ -6,8 +6,8 @@ sample. A sample leaves in the call that finished it. A bare prompt is computed 
 of its request, also of later joins, until `clear`. Logits of given tokens exist only in tiles,
 computed by the head of the training engine: equal hidden states and weights give bitwise equal
 logprobs. If the cache has a limit, the shortest samples give way to the longer.
-A decode step works on fixed places in memory, so that it can be recorded. Where sizes are padded
-for that, rows behind the running ones compute a token at position 0, which nobody reads.
+A decode step works on fixed places in memory, so that it can be recorded. Padding rows compute a
+token at position 0; the result is not used.
 Letters: B rows, M rows at most, P sequences, T tokens, V vocabulary; N requested tokens, K
 likeliest tokens.
 """

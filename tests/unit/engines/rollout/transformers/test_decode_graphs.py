@@ -176,7 +176,7 @@ def test_samples_that_come_and_go_are_those_of_single_launches(build_lab, case: 
     for _ in range(2):
         assert_alike(run(overlapping(engine)), expected)
         assert platform.num_held == 0, "the cache of a finished batch is free"
-        # Rows that nobody uses stay at position 0, where padding cannot leave their cache row.
+        # Padding rows stay at position 0, so they write to the first position of their cache row.
         assert not engine._batch._ints_7M[2:4].any()
     assert platform.num_launches > 2 * platform.num_recorded > 0
 
